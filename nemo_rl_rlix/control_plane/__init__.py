@@ -1,0 +1,1 @@
+"""Schedulers, the adapter to each, and the coordinator they talk to."""

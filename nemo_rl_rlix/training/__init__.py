@@ -1,0 +1,1 @@
+"""Where a training loop meets the scheduler: hooks, progress, weight hand-over."""

@@ -1,0 +1,1 @@
+"""The CPU weight cache and the way from it to chosen shards."""
