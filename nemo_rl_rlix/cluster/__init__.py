@@ -1,0 +1,1 @@
+"""Shared placement groups: which logical GPU is which bundle on which node."""

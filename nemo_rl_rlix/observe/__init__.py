@@ -1,0 +1,1 @@
+"""Traces, pictures and figures of a run."""
