@@ -168,3 +168,24 @@ class ControlPlaneLostError(RLixError):
 
 class PipelineClosedError(RLixError):
     """The pipeline was unregistered or is shutting down."""
+
+
+class UnsupportedVersionError(RLixError):
+    """Software that this package binds to is not one that it knows.
+
+    Args:
+        product: ``NeMo RL`` or ``vLLM``.
+        version: Version that was found.
+        places: ``(file, symbol, reason)`` of everything that is not as expected.
+        remedy: What to install instead.
+    """
+
+    def __init__(
+        self, product: str, version: str, *, places: list[tuple[str, str, str]], remedy: str
+    ) -> None:
+        lines = "".join(f"\n  {file}: {symbol}: {reason}" for file, symbol, reason in places)
+        super().__init__(f"{product} {version} cannot be time-shared:{lines}\n{remedy}")
+        self.product = product
+        self.version = version
+        self.places = places
+        self.remedy = remedy

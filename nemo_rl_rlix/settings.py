@@ -141,14 +141,24 @@ class RLixSettings(_Block):
             SettingError: Names the first setting that cannot be accepted.
         """
         try:
-            return cls.model_validate(block or {})
+            return cls.model_validate({} if block is None else block)
         except ValidationError as error:
             first = error.errors()[0]
             setting = ".".join(["rlix", *(str(part) for part in first["loc"])])
-            known = ", ".join(cls.model_fields)
+            known = ", ".join(_fields_beside(cls, first["loc"]))
             remedy = (
                 f"Remove it, or use one of: {known}"
                 if first["type"] == "extra_forbidden"
                 else "See docs for the type, the unit and the range of this setting"
             )
             raise SettingError(setting, first.get("input"), first["msg"], remedy) from error
+
+
+def _fields_beside(block: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Names of the settings of the block in which ``loc`` lies."""
+    for part in loc[:-1]:
+        annotation = block.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        block = annotation
+    return list(block.model_fields)
