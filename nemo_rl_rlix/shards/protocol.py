@@ -163,6 +163,10 @@ class InferenceShard(Protocol):
         """Generate one token, past the admission gate, to prove that it serves."""
         ...
 
+    def ping(self, *, timeout_s: float) -> None:
+        """Prove that the shard's process answers; legal in every state, asleep too."""
+        ...
+
     def pause_keep(self, *, clear_cache: bool, timeout_s: float) -> int:
         """Freeze between engine steps, keeping requests; returns the pause epoch."""
         ...
