@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +41,19 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[str]:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.syspath_prepend(str(ROOT))
-        assert sys.path[0] == str(ROOT)
+        try:
+            _init(namespace, temp_dir)
+            yield namespace
+        finally:
+            ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _init(namespace: str, temp_dir: str, attempts: int = 3) -> None:
+    """Start Ray; again when its 30 s for a start were too few on a busy machine."""
+    import ray
+
+    for attempt in range(1, attempts + 1):
         try:
             ray.init(
                 address="local",
@@ -54,7 +65,8 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[str]:
                 log_to_driver=False,
                 _temp_dir=temp_dir,
             )
-            yield namespace
-        finally:
+            return
+        except Exception as error:
             ray.shutdown()
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            if attempt == attempts or "timed out during startup" not in str(error):
+                raise

@@ -28,6 +28,7 @@ from nemo_rl_rlix.control_plane.embedded.training import TrainingDecision
 
 Shard = tuple[str, int]
 Score = tuple[float, ...]
+MAX_ROUNDS = 100
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ def decide_generation(
     """Settle who generates where, given what training takes."""
     allocation = Allocation(snapshot, training, config)
     allocation.honour_promises()
-    while True:
+    # Rest comes after a few rounds; the limit keeps a fault here from stopping every pipeline.
+    for _ in range(MAX_ROUNDS):
         moved = allocation.serve_the_unserved()
         moved |= allocation.hand_out(allocation.free)
         moved |= allocation.rebalance()
         if not moved:
-            return allocation
+            break
+    return allocation
 
 
 class Allocation:
