@@ -258,7 +258,8 @@ def show(drivers: dict[str, Any], gpus: Sequence[LogicalGpu], state: LiveState) 
     """Bring the live view up to date; a driver that is busy is left as it was."""
     for name, driver in drivers.items():
         try:
-            progress: PipelineProgress = ray.get(driver.progress.remote(), timeout=POLL_S)
+            answers = [driver.progress.remote(), driver.coordinator_status.remote()]
+            progress, status = ray.get(answers, timeout=POLL_S)
         except ray.exceptions.RayError as error:
             logger.debug("no progress of %s: %s", name, error)
             continue
@@ -272,6 +273,7 @@ def show(drivers: dict[str, Any], gpus: Sequence[LogicalGpu], state: LiveState) 
             preempted=progress.dispatch.preempted,
             redispatched=progress.dispatch.redispatched,
             tokens_kept=progress.dispatch.tokens_kept,
+            switches=sum(len(seconds) for seconds in status.switch_seconds.values()),
         )
     for gpu in gpus:
         pipeline, _, what = gpu.holder().partition("/")

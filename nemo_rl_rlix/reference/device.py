@@ -21,7 +21,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -334,27 +334,6 @@ class LogicalGpu:
             due = time.monotonic() - self._last_flush > BUSY_FLUSH_S
         if due:
             self.flush()
-
-
-class LogicalGpuGuard:
-    """Grants and revokes the GPUs of a pipeline's shards (a coordinator's ``DeviceGuard``).
-
-    Args:
-        specs: dp rank -> its logical GPU.
-        owner: Name under which the shards compute.
-    """
-
-    def __init__(self, specs: Mapping[int, LogicalGpuSpec], owner: str) -> None:
-        self._gpus = {rank: LogicalGpu(spec) for rank, spec in specs.items()}
-        self._owner = owner
-
-    def grant(self, dp_rank: int) -> None:
-        """The shard may compute from now on."""
-        self._gpus[dp_rank].grant(self._owner)
-
-    def revoke(self, dp_rank: int) -> None:
-        """It may not any more. Idempotent."""
-        self._gpus[dp_rank].revoke(self._owner)
 
 
 class Compute:

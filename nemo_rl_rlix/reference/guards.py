@@ -40,8 +40,7 @@ class OwnerGuard:
     def revoke(self) -> None:
         """The GPUs are free from now on; a no-op on those of somebody else."""
         for gpu in self._gpus:
-            if gpu.holder() == self._owner:
-                gpu.revoke(self._owner)
+            gpu.revoke(self._owner)
 
 
 class ShardGuards:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import ray
@@ -262,28 +262,20 @@ class ShardWorker:
     @ray.method(concurrency_group="control")
     async def drain(self, timeout_s: float) -> DrainReport:
         """Abort until the engine is idle, see :func:`~..shards.preempt.drain_engine_async`."""
-        ended_by_pause = 0
-
-        def stop(engine: ContinuousBatchingEngine) -> int:
-            before = len(engine.request_ids())
-            engine.pause(PauseMode.ABORT)
-            return before
 
         async def pause() -> None:
-            nonlocal ended_by_pause
-            ended_by_pause = await self._on_engine(stop)
+            await self._on_engine(lambda engine: engine.pause(PauseMode.ABORT))
 
         async def abort(ids: Sequence[str]) -> None:
             await self._on_engine(lambda engine: engine.abort(ids))
 
-        report = await drain_engine_async(
+        return await drain_engine_async(
             pause=pause,
             table=self._host.engine.request_ids,
             abort=abort,
             callers=lambda: self._gate.in_flight,
             timeout_s=timeout_s,
         )
-        return replace(report, aborted=report.aborted + ended_by_pause)
 
     @ray.method(concurrency_group="control")
     async def sleep(self, level: int) -> MemoryReport:
