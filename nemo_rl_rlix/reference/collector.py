@@ -288,6 +288,7 @@ class TrajectoryCollector:
             self._count_failure(reservation, error)
             self._generated[reservation.group_id] = 0
             if self._failure is None:
+                self._report()  # What the attempt had is wanted once more.
                 await asyncio.sleep(self._config.retry_pause_s)
         finally:
             if not pushed:

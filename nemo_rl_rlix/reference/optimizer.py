@@ -27,6 +27,7 @@ class AdamW:
         self, parameters: Sequence[nn.Parameter], betas: tuple[float, float], weight_decay: float
     ) -> None:
         self._parameters = list(parameters)
+        self._tensors: list[Tensor] = [*parameters]
         self._betas, self._weight_decay = betas, weight_decay
         self.steps = 0
         self.first = [torch.zeros_like(parameter) for parameter in parameters]
@@ -44,10 +45,8 @@ class AdamW:
         scale = torch._foreach_sqrt(self.second)
         torch._foreach_div_(scale, (1 - beta2**self.steps) ** 0.5)
         torch._foreach_add_(scale, EPS)
-        torch._foreach_mul_(self._parameters, 1 - lr * self._weight_decay)
-        torch._foreach_addcdiv_(
-            self._parameters, self.first, scale, -lr / (1 - beta1**self.steps)
-        )
+        torch._foreach_mul_(self._tensors, 1 - lr * self._weight_decay)
+        torch._foreach_addcdiv_(self._tensors, self.first, scale, -lr / (1 - beta1**self.steps))
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
