@@ -1,0 +1,1 @@
+"""The training side on Megatron-Core: weight cache, offload, communicators."""

@@ -1,0 +1,1 @@
+"""Stand-ins that fail the way the real things fail."""
