@@ -66,6 +66,12 @@ class RoutingSettings(_Block):
         60.0,
         description="Without a heartbeat of the coordinator for this long, waiting requests fail.",
     )
+    max_in_flight_per_shard: int | None = Field(
+        None,
+        ge=1,
+        description="Most requests that one process sends to a shard at once; the rest wait in"
+        " its router, so that a shard that arrives later takes its share. Unset: any number.",
+    )
     redispatch_backoff_s: Seconds = Field(
         0.02, description="Pause after a refused dispatch when the routing state has not moved."
     )
@@ -77,7 +83,10 @@ class WeightCacheSettings(_Block):
     bucket_mib: int = Field(512, ge=1, description="Bucket size in MiB.")
     alignment_bytes: int = Field(256, ge=1, description="Alignment of tensors in a bucket, bytes.")
     slots: int = Field(
-        2, ge=1, le=2, description="1: a build waits for readers; 2: it does not, at twice the memory."
+        2,
+        ge=1,
+        le=2,
+        description="1: a build waits for readers; 2: it does not, at twice the memory.",
     )
     directory: str | None = Field(
         None, description="Directory for the shared file; unset: an anonymous memfd."

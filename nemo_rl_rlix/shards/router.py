@@ -27,6 +27,15 @@ from nemo_rl_rlix.shards.snapshot import RoutingSnapshot
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """A waiting request's place in the queue."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+    woken: bool = False
+
+
 class SnapshotSource(Protocol):
     """Where the routing state comes from; picklable, safe to call from any thread."""
 
@@ -71,6 +80,7 @@ def choose_rank(
     refusals: Mapping[int, Refusal],
     epoch: int,
     now_s: float,
+    cap: int | None = None,
 ) -> int | None:
     """Pick the shard for one request.
 
@@ -80,12 +90,16 @@ def choose_rank(
         refusals: Rank -> its last refusal.
         epoch: Epoch of ``active``.
         now_s: Monotonic time in seconds.
+        cap: Most requests of this replica at one rank, ``None`` for any number.
 
     Returns:
         The least loaded rank, the lowest of equals; ``None`` when there is none.
     """
     usable = [
-        rank for rank in active if rank not in refusals or refusals[rank].is_over(epoch, now_s)
+        rank
+        for rank in active
+        if (rank not in refusals or refusals[rank].is_over(epoch, now_s))
+        and (cap is None or in_flight.get(rank, 0) < cap)
     ]
     return min(usable, key=lambda rank: (in_flight.get(rank, 0), rank), default=None)
 
@@ -113,7 +127,7 @@ class ShardRouter:
         self._snapshot = snapshot
         self._in_flight: dict[int, int] = {}
         self._refusals: dict[int, Refusal] = {}
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        self._waiters: dict[_Ticket, None] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._last_contact = time.monotonic()
@@ -164,37 +178,35 @@ class ShardRouter:
             PipelineClosedError: The pipeline has ended.
         """
         self._follow()
-        while True:
-            with self._lock:
-                self._raise_if_hopeless()
-                rank = choose_rank(
-                    self._snapshot.active,
-                    self._in_flight,
-                    self._refusals,
-                    self._snapshot.epoch,
-                    time.monotonic(),
-                )
-                if rank is not None:
-                    self._in_flight[rank] = self._in_flight.get(rank, 0) + 1
-                    return rank, self._snapshot.epoch
-                loop = asyncio.get_running_loop()
-                waiter = (loop, loop.create_future())
-                self._waiters.add(waiter)
-                # Bounds how late a lost owner, or the end of a refusal, is noticed.
-                wait_s = REFUSAL_S if self._snapshot.active else self._settings.long_poll_s
-            try:
-                async with asyncio.timeout(wait_s):
-                    await waiter[1]
-            except TimeoutError:
-                pass
-            finally:
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(loop, loop.create_future())
+        try:
+            while True:
                 with self._lock:
-                    self._waiters.discard(waiter)
+                    self._raise_if_hopeless()
+                    rank = self._choose()
+                    if rank is not None:
+                        self._in_flight[rank] = self._in_flight.get(rank, 0) + 1
+                        return rank, self._snapshot.epoch
+                    if ticket.future.done():
+                        ticket.future, ticket.woken = loop.create_future(), False
+                    # Keeps its place in the queue over all its waits.
+                    self._waiters.setdefault(ticket)
+                    # Bounds how late a lost owner, or the end of a refusal, is noticed.
+                    wait_s = REFUSAL_S if self._snapshot.active else self._settings.long_poll_s
+                await asyncio.wait((ticket.future,), timeout=wait_s)
+        finally:
+            with self._lock:
+                self._waiters.pop(ticket, None)
+                if ticket.woken:
+                    # It was woken for a place that it may not have taken.
+                    self._wake_for_places()
 
     def release(self, dp_rank: int) -> None:
         """Give a place back."""
         with self._lock:
             self._in_flight[dp_rank] -= 1
+            self._wake_for_places()
 
     def avoid(self, dp_rank: int, *, chosen_at: int, closed_at: int) -> None:
         """Note that a shard refused a request.
@@ -218,20 +230,48 @@ class ShardRouter:
             if snapshot.epoch <= self._snapshot.epoch:
                 return
             self._snapshot = snapshot
-            self._wake()
+            if snapshot.closed or snapshot.failure:
+                self._wake(len(self._waiters))
+            else:
+                self._wake_for_places()
 
     def close(self) -> None:
         """Stop following; requests that wait end with an error. Idempotent."""
         self._stop.set()
         with self._lock:
             self._lost = self._lost or "this router was closed"
-            self._wake()
+            self._wake(len(self._waiters))
 
-    def _wake(self) -> None:
-        for loop, future in self._waiters:
-            # A loop that has been closed waits for nothing any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_finish, future)
+    def _choose(self) -> int | None:
+        return choose_rank(
+            self._snapshot.active,
+            self._in_flight,
+            self._refusals,
+            self._snapshot.epoch,
+            time.monotonic(),
+            self._settings.max_in_flight_per_shard,
+        )
+
+    def _wake_for_places(self) -> None:
+        """Wake as many waiters as there are places, the longest waiting first."""
+        cap, active = self._settings.max_in_flight_per_shard, self._snapshot.active
+        if not self._waiters or not active:
+            return
+        if cap is None:
+            self._wake(len(self._waiters))
+        else:
+            self._wake(sum(max(0, cap - self._in_flight.get(rank, 0)) for rank in active))
+
+    def _wake(self, places: int) -> None:
+        for ticket in self._waiters:
+            if places <= 0:
+                return
+            if not ticket.woken:
+                # A loop that has been closed waits for nothing any more.
+                with contextlib.suppress(RuntimeError):
+                    ticket.loop.call_soon_threadsafe(_finish, ticket.future)
+                    ticket.woken = True
+            places -= ticket.woken
 
     def _raise_if_hopeless(self) -> None:
         if self._snapshot.closed:
@@ -279,7 +319,7 @@ class ShardRouter:
     def _lose(self, error: Exception) -> None:
         with self._lock:
             self._lost = self._lost or f"the coordinator of {self._name} is gone: {error}"
-            self._wake()
+            self._wake(len(self._waiters))
 
 
 def _finish(future: asyncio.Future[None]) -> None:
