@@ -46,3 +46,15 @@ test-unit: $(STAMP) ## The tests that start no Ray cluster.
 clean: ## Remove what these targets made, .venv included.
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find nemo_rl_rlix tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: test-nemo-rl
+test-nemo-rl: ## Against checkouts of NeMo RL: NEMO_RL_HOME=/path[:/path2].
+	VENV=$(VENV)-nemo PYTHON='$(PYTHON)' NEMO_RL_HOME='$(NEMO_RL_HOME)' sh tests/nemo_rl/run.sh $(ARGS)
+
+.PHONY: test-megatron-cpu
+test-megatron-cpu: ## Real Megatron-Core and Bridge on gloo, no GPU. MEGATRON_SOURCES=/a:/b: checkouts.
+	VENV=$(VENV)-megatron PYTHON='$(PYTHON)' MEGATRON_SOURCES='$(MEGATRON_SOURCES)' sh tests/megatron/run.sh $(ARGS)
+
+.PHONY: test-vllm-cpu
+test-vllm-cpu: ## A real vLLM engine on the CPU, no GPU; NEMO_RL_HOME=/path for its worker too.
+	VENV=$(VENV)-vllm PYTHON='$(PYTHON)' NEMO_RL_HOME='$(NEMO_RL_HOME)' sh tests/vllm/run.sh $(ARGS)
