@@ -27,18 +27,21 @@ class LazyCommand:
         module: Module that holds its function.
         function: Name of the function, typed as typer expects.
         summary: One line for ``--help``.
+        starts_program: The arguments name a program and are its own, options included.
     """
 
     name: str
     module: str
     function: str
     summary: str
+    starts_program: bool = False
 
     def __call__(self, context: typer.Context) -> None:
         """Import the function and let it parse the rest of the command line."""
         command = getattr(importlib.import_module(self.module), self.function)
         sub = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        sub.command()(command)
+        own = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+        sub.command(context_settings=own if self.starts_program else {})(command)
         sub(args=list(context.args), prog_name=f"{PROGRAM} {self.name}")
 
 
@@ -48,6 +51,13 @@ LAZY_COMMANDS = (
         "nemo_rl_rlix.reference.demo_cli",
         "demo",
         "Run two pipelines that share two logical GPUs, on the CPU.",
+    ),
+    LazyCommand(
+        "run",
+        "nemo_rl_rlix.nemo_rl.run_cli",
+        "run",
+        "Run a NeMo RL script time-shared: run -- SCRIPT.py [ARGS].",
+        starts_program=True,
     ),
 )
 

@@ -39,6 +39,7 @@ class PipelineConfig:
         grpo: How the policy is updated.
         max_age: Versions that generation may run ahead of training.
         max_num_seqs: Most requests that a shard runs at once.
+        step_s: Least seconds of an engine step, see ``EngineConfig``.
         prefix_cache_bytes: Prefix cache of a shard in bytes.
         checkpoint_every: Steps between checkpoints, 0 for none.
         resume: Whether to continue from the newest checkpoint in ``run_dir``.
@@ -62,6 +63,7 @@ class PipelineConfig:
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     max_age: int = 1
     max_num_seqs: int = 8
+    step_s: float = 0.0
     prefix_cache_bytes: int = 1024 * 1024
     checkpoint_every: int = 0
     resume: bool = False

@@ -28,6 +28,7 @@ from nemo_rl_rlix.observe.trace import read_events
 from nemo_rl_rlix.ray_errors import Callee, unwrap
 from nemo_rl_rlix.reference.config import PipelineConfig
 from nemo_rl_rlix.reference.device import LogicalGpu, LogicalGpuSpec, create_logical_gpus
+from nemo_rl_rlix.reference.grpo import GrpoConfig
 from nemo_rl_rlix.reference.live import LiveState, LiveView
 from nemo_rl_rlix.reference.model import KVCache, ModelConfig, ReferenceModel
 from nemo_rl_rlix.reference.options import DemoMode, DemoOptions
@@ -40,7 +41,7 @@ from nemo_rl_rlix.reference.report import (
     TracedRun,
     quarter_means,
 )
-from nemo_rl_rlix.reference.task import make_task
+from nemo_rl_rlix.reference.task import Workload, make_task
 from nemo_rl_rlix.reference.warmup import WarmupConfig, model_config
 from nemo_rl_rlix.settings import RLixSettings, RoutingSettings, WeightCacheSettings
 
@@ -51,6 +52,23 @@ NAMES = ("p0", "p1")
 POLL_S = 0.5
 SETUP_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 120.0
+WORKLOADS = {
+    "p0": Workload(prompts_per_step=20, median_terms=9.0, terms_sigma=0.6, verifier_median_s=0.03),
+    "p1": Workload(prompts_per_step=8, median_terms=4.0, verifier_median_s=0.8),
+}
+"""Both have long-tailed answers. p0's are long and checked at once: it could always use
+another GPU. p1's are short and checked slowly, as by a sandbox: its GPU mostly waits."""
+
+MAX_AGE = 1
+MAX_NUM_SEQS = 8
+MAX_IN_FLIGHT = 3 * MAX_NUM_SEQS
+"""Enough in each shard's queue to keep it busy; the rest can go to a shard that arrives."""
+
+STEP_S = 0.0025
+TOKEN_S = 40e-6
+"""Pace of a logical GPU: seconds of a decode step, and of a trained token. About twice what
+the computation takes, so that neither the other core nor Ray's processes change it."""
+
 GPU_HEADROOM = 1.25
 """Memory of a logical GPU over its largest resident: never enough for two of them."""
 
@@ -155,13 +173,21 @@ def pipeline_config(
         settings=RLixSettings(
             allow_shrink_to_zero=mode == "alone",
             trace_dir=str(options.out / f"trace-{mode}"),
-            routing=RoutingSettings(preempted_requests=options.policy),
+            routing=RoutingSettings(
+                preempted_requests=options.policy,
+                max_in_flight_per_shard=MAX_IN_FLIGHT,
+            ),
             weight_cache=WeightCacheSettings(bucket_mib=1),
         ),
         steps=options.steps,
         seed=options.seed * len(NAMES) + index,
         base_dir=options.out / "base",
         run_dir=options.out / f"{mode}-{name}",
+        workload=WORKLOADS[name],
+        max_num_seqs=MAX_NUM_SEQS,
+        step_s=STEP_S,
+        grpo=GrpoConfig(token_s=TOKEN_S),
+        max_age=MAX_AGE,
         data=options.data,
         warmup=WarmupConfig(seed=options.seed),
     )

@@ -261,14 +261,14 @@ class LogicalGpu:
         with self._ledger.open() as ledger:
             return str(ledger["owner"])
 
-    def compute(self, owner: str, what: str) -> Compute:
+    def compute(self, owner: str, what: str, at_least_s: float = 0.0) -> Compute:
         """Context of a computation on the GPU; its wall time counts as busy.
 
         Raises:
             GrantRequiredError: On entry, when ``owner`` is not granted. Use after
                 the grant ended inside the context is recorded on exit, not raised.
         """
-        return Compute(self, owner, what)
+        return Compute(self, owner, what, at_least_s)
 
     def violations(self) -> list[Violation]:
         """Uses outside a grant, oldest first (the first 256)."""
@@ -339,10 +339,11 @@ class LogicalGpu:
 class Compute:
     """See :meth:`LogicalGpu.compute`. A class, since it is entered on every engine step."""
 
-    __slots__ = ("_gpu", "_grant", "_owner", "_started", "_what")
+    __slots__ = ("_at_least_s", "_gpu", "_grant", "_owner", "_started", "_what")
 
-    def __init__(self, gpu: LogicalGpu, owner: str, what: str) -> None:
+    def __init__(self, gpu: LogicalGpu, owner: str, what: str, at_least_s: float) -> None:
         self._gpu, self._owner, self._what = gpu, owner, what
+        self._at_least_s = at_least_s
         self._grant, self._started = 0, 0.0
 
     def __enter__(self) -> None:
@@ -359,7 +360,11 @@ class Compute:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._gpu._add_busy(self._owner, time.perf_counter() - self._started)
+        spent = time.perf_counter() - self._started
+        if spent < self._at_least_s and error is None:
+            time.sleep(self._at_least_s - spent)
+            spent = time.perf_counter() - self._started
+        self._gpu._add_busy(self._owner, spent)
         if self._gpu._words[1] != self._grant:
             self._gpu._record_violation(self._owner, f"{self._what} beyond the end of its grant")
 

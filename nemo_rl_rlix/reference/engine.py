@@ -35,12 +35,15 @@ class EngineConfig:
         max_num_seqs: Most sequences that run at once; others wait.
         prefix_cache_bytes: Bytes for prompts' keys and values; 0 turns it off.
         seed: Seed of the initial weights, and of requests that bring none.
+        step_s: Least seconds that a step occupies the logical GPU. Where cores are
+            threads of one core, a busy neighbour slows a step; a device's does not.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     max_num_seqs: int = 16
     prefix_cache_bytes: int = 4 * 1024 * 1024
     seed: int = 0
+    step_s: float = 0.0
 
 
 class EngineState(StrEnum):
@@ -217,7 +220,10 @@ class ContinuousBatchingEngine:
             return False
         self._require("step", MEMORY_TAGS)
         try:
-            with self._account.compute("engine step"), torch.inference_mode():
+            with (
+                self._account.compute("engine step", self.config.step_s),
+                torch.inference_mode(),
+            ):
                 self._admit()
                 self._advance()
         except Exception as error:

@@ -30,6 +30,8 @@ class GrpoConfig:
         clip_high: And at ``1 + clip_high``.
         importance_cap: Truncates the ratio of that policy to the one that sampled.
         advantage_scale: Multiplies advantages; 0 turns learning off.
+        token_s: Least seconds for each token of a batch that a step occupies the
+            logical GPU; see ``EngineConfig.step_s``.
     """
 
     lr: float = 8e-4
@@ -43,6 +45,7 @@ class GrpoConfig:
     clip_high: float = 0.28
     importance_cap: float = 2.0
     advantage_scale: float = 1.0
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,11 @@ class DeviceAccount:
         if self.gpu is not None:
             self.gpu.charge(self.resident, label, nbytes)
 
-    def compute(self, what: str) -> AbstractContextManager[None]:
-        """Context in which the device computes; the grant is checked."""
-        return nullcontext() if self.gpu is None else self.gpu.compute(self.owner, what)
+    def compute(self, what: str, at_least_s: float = 0.0) -> AbstractContextManager[None]:
+        """Context in which the device computes; the grant is checked, the pace kept."""
+        if self.gpu is None:
+            return nullcontext()
+        return self.gpu.compute(self.owner, what, at_least_s)
 
     def held_bytes(self) -> int:
         """Bytes of the device that are charged now."""

@@ -200,6 +200,7 @@ class ReferencePipeline:
             max_num_seqs=config.max_num_seqs,
             prefix_cache_bytes=config.prefix_cache_bytes,
             seed=config.seed,
+            step_s=config.step_s,
         )
         plans = {}
         for rank in range(layout.num_shards):

@@ -238,11 +238,11 @@ class GrpoTrainer:
             raise ValueError(f"step {step} has no trajectories; sample its groups first")
         for trajectory in trajectories:
             trajectory.check()
-        with self._account.compute("train step"):
+        tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
+        with self._account.compute("train step", self.config.token_s * tokens):
             sums, loss, grad_norm = self._update(step, groups)
         self.next_step = step + 1
         rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-        tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
         return TrainMetrics(
             step=step,
             loss=loss,
