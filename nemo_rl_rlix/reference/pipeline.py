@@ -31,7 +31,12 @@ from nemo_rl_rlix.control_plane.protocol import (
 from nemo_rl_rlix.errors import DeadlineExceededError, PipelineClosedError, RLixError
 from nemo_rl_rlix.observe.trace import Tracer, open_tracer
 from nemo_rl_rlix.reference.buffer import BufferStats, ReplayBuffer
-from nemo_rl_rlix.reference.collector import CollectorConfig, CollectorStats, TrajectoryCollector
+from nemo_rl_rlix.reference.collector import (
+    CollectorConfig,
+    CollectorStats,
+    Dispatch,
+    TrajectoryCollector,
+)
 from nemo_rl_rlix.reference.config import GPU_FRACTION, PipelineConfig
 from nemo_rl_rlix.reference.engine import EngineConfig
 from nemo_rl_rlix.reference.guards import OwnerGuard, ShardGuards, shard_owner, trainer_owner
@@ -334,22 +339,30 @@ class ReferencePipeline:
             ),
             task=make_task(config.data, config.workload, config.seed),
             buffer=self._buffer,
-            dispatch=self._dispatch,
+            dispatch=self._make_dispatch(self._router),
             hooks=hooks,
         )
         self._collector.start(self._first_step)
 
-    async def _dispatch(self, request: GenerationRequest) -> GenerationOutput:
-        assert self._router is not None
+    def _make_dispatch(self, router: ShardRouter) -> Dispatch:
+        """Have a request answered by whichever shard serves.
+
+        A function and not a method: a class with a coroutine method becomes an
+        asyncio actor, whose other methods then wait for one another.
+        """
         routing = self.config.settings.routing
-        return await generate(
-            request,
-            router=self._router,
-            send=lambda rank, part: self._endpoints[rank].generate(part),
-            policy=routing.preempted_requests,
-            stats=self._dispatch_stats,
-            backoff_s=routing.redispatch_backoff_s,
-        )
+
+        async def dispatch(request: GenerationRequest) -> GenerationOutput:
+            return await generate(
+                request,
+                router=router,
+                send=lambda rank, part: self._endpoints[rank].generate(part),
+                policy=routing.preempted_requests,
+                stats=self._dispatch_stats,
+                backoff_s=routing.redispatch_backoff_s,
+            )
+
+        return dispatch
 
     def _train_step(self, step: int, hooks: TimeSharingHooks) -> None:
         config = self.config
