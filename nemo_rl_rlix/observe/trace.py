@@ -301,7 +301,7 @@ def read_events(directory: str | os.PathLike[str]) -> list[TraceEvent]:
                 continue
             try:
                 events.append(_parse(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 # The text after the last newline is what a killed process left behind.
                 if number < len(lines):
                     log.warning("%s:%d is not a trace event: %s", path, number, error)

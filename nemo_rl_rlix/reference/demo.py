@@ -97,6 +97,8 @@ def run_demo(options: DemoOptions) -> DemoResult:
         modes.append("alone")
     if options.mode is not DemoMode.ALONE:
         modes.append("shared")
+    for workload in WORKLOADS.values():
+        make_task(options.data, workload, options.seed)  # refuses a bad file before Ray starts
     options.out.mkdir(parents=True, exist_ok=True)
     state = LiveState(NAMES, range(NUM_GPUS), options.steps)
     reports: dict[RunMode, RunReport] = {}

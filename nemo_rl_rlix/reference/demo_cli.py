@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from nemo_rl_rlix.errors import RLixError, SettingError
-from nemo_rl_rlix.reference.options import MIN_STEPS, DemoMode, DemoOptions
+from nemo_rl_rlix.reference.options import MAX_SEED, MIN_STEPS, DemoMode, DemoOptions
 from nemo_rl_rlix.settings import PreemptedRequests
 
 DEFAULT_STEPS: int = DemoOptions.model_fields["steps"].default
@@ -29,7 +29,8 @@ def demo(
         int, typer.Option(min=MIN_STEPS, metavar="N", help="Training steps of each pipeline.")
     ] = DEFAULT_STEPS,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Seed of weights, data and sampling.")
+        int,
+        typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of weights, data and sampling."),
     ] = 0,
     policy: Annotated[
         PreemptedRequests,

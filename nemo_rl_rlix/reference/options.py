@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_rl_rlix.errors import SettingError
+from nemo_rl_rlix.observe.records import load_records
 from nemo_rl_rlix.settings import PreemptedRequests
 
 MIN_STEPS = 4
 """Rewards of the first and the last quarter are compared: there must be four quarters."""
+
+
+MAX_SEED = 2**31 - 1
+"""Seeds are multiplied and added to; every generator takes the result."""
 
 
 class DemoMode(StrEnum):
@@ -33,7 +39,7 @@ class DemoOptions(BaseModel):
         None, description="JSON lines of prompts and answers; unset: generated arithmetic."
     )
     steps: int = Field(28, ge=MIN_STEPS, description="Training steps of each pipeline.")
-    seed: int = Field(0, ge=0, description="Seed of weights, data and sampling.")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of weights, data and sampling.")
     policy: PreemptedRequests = Field(
         PreemptedRequests.RESUME, description="What happens to preempted requests."
     )
@@ -82,9 +88,40 @@ class DemoOptions(BaseModel):
                 "it exists and is not an empty folder",
                 "Name a new folder, so that the traces of two runs do not mix",
             )
-        if options.json_path is not None and options.json_path.is_dir():
-            raise SettingError("--json", str(options.json_path), "it is a folder", "Name a file")
+        _check_can_be_made("--out", options.out)
+        if options.json_path is not None:
+            _check_records(options.json_path)
         return options
+
+
+def _check_records(path: Path) -> None:
+    """Refuse a file that figures cannot be written to: they would be lost after minutes."""
+    if path.is_dir():
+        raise SettingError("--json", str(path), "it is a folder", "Name a file")
+    if path.exists():
+        try:
+            load_records(path)
+        except SettingError as error:
+            raise SettingError("--json", str(path), error.reason, error.remedy) from error
+        except OSError as error:
+            raise SettingError(
+                "--json", str(path), f"it cannot be read: {error}", "Name another file"
+            ) from error
+    _check_can_be_made("--json", path.parent)
+
+
+def _check_can_be_made(option: str, folder: Path) -> None:
+    """Refuse a folder that does not exist and cannot be made, or not be written to."""
+    nearest = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise SettingError(
+            option,
+            str(folder),
+            f"nothing can be written to {nearest}",
+            "Name a place where you may make files",
+        )
 
 
 def _flag(option: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,14 @@ from nemo_rl_rlix.control_plane.coordinator import (
     start_coordinator,
 )
 from nemo_rl_rlix.control_plane.embedded.client import EmbeddedControlPlane
+from nemo_rl_rlix.control_plane.keeper import RemoteKeeper
 from nemo_rl_rlix.control_plane.protocol import (
     INFER_CLUSTER,
     Priority,
     pipeline_namespace,
 )
 from nemo_rl_rlix.errors import DeadlineExceededError, PipelineClosedError, RLixError
-from nemo_rl_rlix.observe.trace import Tracer, open_tracer
+from nemo_rl_rlix.observe.trace import open_tracer
 from nemo_rl_rlix.reference.buffer import BufferStats, ReplayBuffer
 from nemo_rl_rlix.reference.collector import (
     CollectorConfig,
@@ -42,17 +43,15 @@ from nemo_rl_rlix.reference.engine import EngineConfig
 from nemo_rl_rlix.reference.guards import OwnerGuard, ShardGuards, shard_owner, trainer_owner
 from nemo_rl_rlix.reference.shard import RayReferenceShard, ShardEndpoint
 from nemo_rl_rlix.reference.task import make_task
-from nemo_rl_rlix.reference.trainer import TrainMetrics, latest_checkpoint
+from nemo_rl_rlix.reference.traced import TracedTrainer
+from nemo_rl_rlix.reference.trainer import latest_checkpoint
 from nemo_rl_rlix.reference.trainer_worker import ReferenceTrainer, TrainerWorkerConfig
-from nemo_rl_rlix.reference.trajectory import PromptGroup
 from nemo_rl_rlix.reference.warmup import model_config
 from nemo_rl_rlix.reference.worker import ShardWorkerConfig
-from nemo_rl_rlix.shards.protocol import MemoryReport, ResizeReport
 from nemo_rl_rlix.shards.redispatch import DispatchCounts, DispatchStats, generate
 from nemo_rl_rlix.shards.requests import GenerationOutput, GenerationRequest
 from nemo_rl_rlix.shards.router import ShardRouter
 from nemo_rl_rlix.training.hooks import TimeSharingHooks
-from nemo_rl_rlix.weights.types import CacheHandle
 
 logger = logging.getLogger(__name__)
 
@@ -80,71 +79,6 @@ class PipelineProgress:
     collector: CollectorStats
     dispatch: DispatchCounts
     buffer: BufferStats
-
-
-class RemoteKeeper:
-    """The coordinator's side of a weight hand-over, called over Ray.
-
-    Args:
-        handle: Actor handle of the coordinator.
-        config: Gives the deadlines.
-    """
-
-    def __init__(self, handle: Any, config: PipelineConfig) -> None:
-        self._handle = handle
-        self._limits = config.settings.deadlines
-
-    def begin_cache_build(self) -> int:
-        """Reserve a slot."""
-        limit = self._limits.cache_build_s + self._limits.control_s
-        return int(call(self._handle, "begin_cache_build", timeout_s=limit))
-
-    def commit_cache(self, handle: CacheHandle) -> None:
-        """Make the built cache the newest."""
-        call(self._handle, "commit_cache", handle, timeout_s=self._limits.control_s)
-
-    def abort_cache(self, slot: int) -> None:
-        """Give the slot back."""
-        call(self._handle, "abort_cache", slot, timeout_s=self._limits.control_s)
-
-    def refresh_and_publish(self, version: int) -> ResizeReport:
-        """Update serving shards and publish."""
-        limit = 2 * (self._limits.resize_s + self._limits.kill_s)
-        report: ResizeReport = call(self._handle, "refresh_and_publish", version, timeout_s=limit)
-        return report
-
-
-class TracedTrainer:
-    """The trainer with its acts on its GPU's track.
-
-    Args:
-        trainer: The trainer.
-        tracer: Where spans go.
-        track: Track of its GPU.
-    """
-
-    def __init__(self, trainer: ReferenceTrainer, tracer: Tracer, track: str) -> None:
-        self._trainer, self._tracer, self._track = trainer, tracer, track
-
-    def build_cpu_weight_cache(self, step: int, *, slot: int, timeout_s: float) -> CacheHandle:
-        """Snapshot the weights."""
-        with self._tracer.span(self._track, "build_cache", version=step):
-            return self._trainer.build_cpu_weight_cache(step, slot=slot, timeout_s=timeout_s)
-
-    def onload(self, *, timeout_s: float) -> None:
-        """Bring every tensor to the device."""
-        with self._tracer.span(self._track, "onload"):
-            self._trainer.onload(timeout_s=timeout_s)
-
-    def offload(self, *, timeout_s: float) -> MemoryReport:
-        """Move every tensor to the host."""
-        with self._tracer.span(self._track, "offload"):
-            return self._trainer.offload(timeout_s=timeout_s)
-
-    def train(self, step: int, groups: Sequence[PromptGroup], *, timeout_s: float) -> TrainMetrics:
-        """Train one step."""
-        with self._tracer.span(self._track, "train", step=step):
-            return self._trainer.train(step, groups, timeout_s=timeout_s)
 
 
 class ReferencePipeline:
@@ -264,7 +198,7 @@ class ReferencePipeline:
             config.pipeline_id,
             control_plane=self._control_plane,
             trainer=traced,
-            keeper=RemoteKeeper(self._coordinator, config),
+            keeper=RemoteKeeper(self._coordinator, self._limits),
             settings=config.settings,
             guard=OwnerGuard(trainer_gpus, worker.owner),
         )

@@ -204,12 +204,15 @@ class FileTask:
 def load_problems(path: Path) -> tuple[Problem, ...]:
     """Read JSON lines of ``{"prompt": ..., "answer": ...}``; empty lines are skipped.
 
+    A mark at the start, as Windows editors write it, and their line ends are borne.
+
     Raises:
         SettingError: Names the file, the line and what is wrong with it.
     """
     problems = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a JSON text may hold other line separators than these.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
             "--data", str(path), f"it cannot be read: {error}", "Name a readable UTF-8 text file"
@@ -237,7 +240,10 @@ def load_problems(path: Path) -> tuple[Problem, ...]:
 
 
 def _parse(line: str) -> Problem:
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("the line is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"the line holds a {type(row).__name__}, not an object")
     texts = []
@@ -271,7 +277,7 @@ def make_task(data: Path | None, workload: Workload, seed: int) -> Task:
             str(data),
             f"its longest answer has {longest} characters and its end, but"
             f" max_new_tokens={workload.max_new_tokens}",
-            f"Raise max_new_tokens to {longest + 1} or shorten the answer",
+            f"Shorten that answer to {workload.max_new_tokens - 1} characters or leave it out",
         )
     return FileTask(problems, workload, seed)
 

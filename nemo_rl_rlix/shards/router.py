@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from nemo_rl_rlix.errors import (
@@ -167,6 +168,8 @@ class ShardRouter:
     async def acquire(self) -> tuple[int, int]:
         """Reserve a place on a shard, waiting as long as the pipeline lives.
 
+        Where places are limited, those who wait are served before those who come.
+
         Waiting behind another pipeline is legitimate, so no clock ends it; what
         ends it is a lost owner, a closed pipeline, or a state that cannot improve.
 
@@ -184,7 +187,8 @@ class ShardRouter:
             while True:
                 with self._lock:
                     self._raise_if_hopeless()
-                    rank = self._choose()
+                    queues = ticket not in self._waiters and self._is_taken_up()
+                    rank = None if queues else self._choose()
                     if rank is not None:
                         self._in_flight[rank] = self._in_flight.get(rank, 0) + 1
                         return rank, self._snapshot.epoch
@@ -254,13 +258,26 @@ class ShardRouter:
 
     def _wake_for_places(self) -> None:
         """Wake as many waiters as there are places, the longest waiting first."""
-        cap, active = self._settings.max_in_flight_per_shard, self._snapshot.active
-        if not self._waiters or not active:
-            return
+        if self._waiters and self._snapshot.active:
+            places = self._free_places()
+            self._wake(len(self._waiters) if places is None else places)
+
+    def _free_places(self) -> int | None:
+        """Requests that the serving shards may still be sent; ``None`` for any number."""
+        cap = self._settings.max_in_flight_per_shard
         if cap is None:
-            self._wake(len(self._waiters))
-        else:
-            self._wake(sum(max(0, cap - self._in_flight.get(rank, 0)) for rank in active))
+            return None
+        active = self._snapshot.active
+        return sum(max(0, cap - self._in_flight.get(rank, 0)) for rank in active)
+
+    def _is_taken_up(self) -> bool:
+        """Whether the places that are free now belong to requests that wait already."""
+        places = self._free_places()
+        if places is None:
+            return False
+        # A loop that has been closed takes no place any more.
+        waiting = (ticket for ticket in self._waiters if not ticket.loop.is_closed())
+        return sum(1 for _ in islice(waiting, places)) >= places
 
     def _wake(self, places: int) -> None:
         for ticket in self._waiters:

@@ -127,10 +127,18 @@ def test_a_file_of_problems(tmp_path: Path) -> None:
     assert load_problems(path) == (Problem("1+1=", "2"), Problem("2+2=", "4"))
 
 
+def test_a_file_of_problems_from_windows(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "1+1=", "answer": "2"}\r\n\r\n')
+    assert load_problems(path) == (Problem("1+1=", "2"),)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "Expecting"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"prompt": "1\u2028", "answer": "2"}', "printable ASCII"),
         ("[1]", "list"),
         ('{"prompt": "1"}', "'answer'"),
         ('{"prompt": "1", "answer": 2}', "got 2"),
@@ -159,7 +167,7 @@ def test_files_that_hold_nothing(tmp_path: Path) -> None:
 def test_an_answer_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "0123456789"}\n')
-    with pytest.raises(SettingError, match="max_new_tokens to 11"):
+    with pytest.raises(SettingError, match="max_new_tokens=10. Shorten that answer to 9"):
         make_task(path, Workload(max_new_tokens=10), 0)
     assert isinstance(make_task(path, Workload(max_new_tokens=11), 0), FileTask)
 
