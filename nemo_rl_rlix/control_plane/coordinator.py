@@ -272,7 +272,8 @@ class PipelineCoordinator:
         for rank in sorted(set(dp_ranks) & set(self._table.dp_ranks)):
             if act == "grant":
                 self._guard.grant(rank)
-            else:
+            elif not self._table.get(rank).granted:
+                # An expand that came meanwhile has been granted the rank again.
                 self._guard.revoke(rank)
 
     def _log(self, report: ResizeReport) -> None:

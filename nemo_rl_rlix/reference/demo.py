@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from nemo_rl_rlix.observe.busy import Activity, share_by_activity
 from nemo_rl_rlix.observe.switches import BROUGHT_IN, TAKEN
 from nemo_rl_rlix.observe.trace import read_events
 from nemo_rl_rlix.ray_errors import Callee, unwrap
+from nemo_rl_rlix.reference.audit import TrainingAudit
 from nemo_rl_rlix.reference.config import PipelineConfig
 from nemo_rl_rlix.reference.device import LogicalGpu, LogicalGpuSpec, create_logical_gpus
 from nemo_rl_rlix.reference.grpo import GrpoConfig
@@ -80,10 +83,12 @@ class FinishedPipeline:
     Attributes:
         progress: Its final account.
         status: Its coordinator's.
+        audit: What its trainer's process got.
     """
 
     progress: PipelineProgress
     status: CoordinatorStatus
+    audit: TrainingAudit
 
 
 def run_demo(options: DemoOptions) -> DemoResult:
@@ -121,21 +126,37 @@ def private_ray() -> Iterator[str]:
     """
     directory = tempfile.mkdtemp(prefix="nrr-")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=16,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        namespace="demo",
-        _temp_dir=directory,
-    )
     try:
-        yield directory
+        ray.init(
+            address="local",
+            num_cpus=16,
+            num_gpus=NUM_GPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace="demo",
+            _temp_dir=directory,
+        )
+        with ended_in_order():
+            yield directory
     finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            ray.shutdown()
+        finally:  # a second Ctrl-C must not leave it
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Clean up after SIGTERM, as after Ctrl-C; Ray's own handler aborts the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def make_gpus(directory: Path, options: DemoOptions) -> tuple[LogicalGpuSpec, ...]:
@@ -246,6 +267,7 @@ def run_mode(
         ),
         gpu_busy=busy,
         shard_killed=killed,
+        data=options.data.name if options.data is not None else "",
     )
     return report, TracedRun(mode, trace_dir, started_s, ended_s)
 
@@ -266,9 +288,9 @@ def pipeline_report(mode: RunMode, name: str, finished: FinishedPipeline) -> Pip
         redispatched=progress.dispatch.redispatched,
         tokens_kept=progress.dispatch.tokens_kept,
         tokens_dropped=progress.dispatch.tokens_dropped,
-        lost_groups=progress.buffer.lost_groups,
-        duplicated_groups=progress.buffer.duplicated_groups,
-        aborted_tokens_trained=progress.buffer.aborted_tokens,
+        lost_groups=finished.audit.lost_groups,
+        duplicated_groups=finished.audit.duplicated_groups,
+        aborted_tokens_trained=finished.audit.aborted_tokens,
         switch_in_seconds=tuple(switches[BROUGHT_IN]),
         switch_out_seconds=tuple(switches[TAKEN]),
     )
@@ -279,6 +301,7 @@ def finish(driver: Any, name: str) -> FinishedPipeline:
     return FinishedPipeline(
         fetch(driver.progress.remote(), f"progress of {name}", CLOSE_TIMEOUT_S),
         fetch(driver.coordinator_status.remote(), f"status of {name}", CLOSE_TIMEOUT_S),
+        fetch(driver.audit.remote(), f"audit of {name}", CLOSE_TIMEOUT_S),
     )
 
 

@@ -31,7 +31,8 @@ from nemo_rl_rlix.control_plane.protocol import (
 )
 from nemo_rl_rlix.errors import DeadlineExceededError, PipelineClosedError, RLixError
 from nemo_rl_rlix.observe.trace import open_tracer
-from nemo_rl_rlix.reference.buffer import BufferStats, ReplayBuffer
+from nemo_rl_rlix.reference.audit import TrainingAudit, audit
+from nemo_rl_rlix.reference.buffer import BufferStats, ReplayBuffer, group_name
 from nemo_rl_rlix.reference.collector import (
     CollectorConfig,
     CollectorStats,
@@ -69,7 +70,7 @@ class PipelineProgress:
         ended_s: Unix seconds of the last step, 0 before.
         collector: What was generated.
         dispatch: How requests fared.
-        buffer: Where groups went, and tokens of aborted answers among them.
+        buffer: Where groups went, by the buffer's own book.
     """
 
     step: int
@@ -344,6 +345,16 @@ class ReferencePipeline:
             dispatch=self._dispatch_stats.counts,
             buffer=buffer.stats if buffer is not None else BufferStats(),
         )
+
+    def audit(self) -> TrainingAudit:
+        """What the trainer's process got, against what this run was to train on."""
+        assert self._trainer is not None
+        wanted = [
+            group_name(step, index)
+            for step in range(self._first_step, self.config.steps)
+            for index in range(self.config.workload.prompts_per_step)
+        ]
+        return audit(self._trainer.account(timeout_s=self._limits.control_s), wanted)
 
     def coordinator_status(self) -> CoordinatorStatus | None:
         """The coordinator's account, ``None`` before there is one."""

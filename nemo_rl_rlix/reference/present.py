@@ -98,8 +98,8 @@ def present(result: DemoResult, artifacts: Artifacts, console: Console) -> list[
 
 
 def _note(report: RunReport) -> str:
-    slowest = max((one.wall_s for one in report.pipelines), default=0.0)
-    return f"{report.tokens_per_s:,.0f} rollout tokens/s, both done after {slowest:.0f} s"
+    done = ", ".join(f"{one.pipeline} done after {one.wall_s:.0f} s" for one in report.pipelines)
+    return f"{report.tokens_per_s:,.0f} rollout tokens/s; {done}"
 
 
 def _headline(result: DemoResult) -> str:

@@ -85,6 +85,7 @@ class RunReport:
         pipelines: One report each.
         gpu_busy: Logical GPU -> activity -> share of the run, idle included.
         shard_killed: Whether a shard's process was ended on purpose.
+        data: Name of the file of problems, empty for the generated task.
     """
 
     mode: RunMode
@@ -93,6 +94,7 @@ class RunReport:
     pipelines: tuple[PipelineReport, ...]
     gpu_busy: Mapping[int, Mapping[Activity, float]] = field(default_factory=dict)
     shard_killed: bool = False
+    data: str = ""
 
     @property
     def tokens_per_s(self) -> float:

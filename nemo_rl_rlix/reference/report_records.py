@@ -37,7 +37,7 @@ def run_records(
     """All figures of the table. A figure that does not exist (``nan``) has no record.
 
     ``params`` hold ``pipeline`` (``all`` for what concerns every one), ``mode``, ``seed``,
-    ``policy``, ``steps`` and ``kill_shard``; ``gpu_busy_share`` also ``gpu`` and ``activity``.
+    ``policy``, ``steps``, ``kill_shard`` and ``data`` (if given); ``gpu_busy_share`` also ``gpu`` and ``activity``.
     The ``reference`` of a rate in the shared run is the same pipeline's alone.
     """
     records: list[Record] = []
@@ -81,7 +81,10 @@ def run_records(
 
 
 def _params(report: RunReport) -> dict[str, Scalar]:
+    # Another task's figures are others, not newer ones.
+    task: dict[str, Scalar] = {"data": report.data} if report.data else {}
     return {
+        **task,
         "mode": report.mode,
         "seed": report.seed,
         "policy": report.policy,

@@ -13,10 +13,12 @@ from ray.exceptions import RayError
 from nemo_rl_rlix.control_plane.protocol import pipeline_namespace
 from nemo_rl_rlix.errors import RLixError
 from nemo_rl_rlix.ray_errors import GONE, Callee, unwrap
+from nemo_rl_rlix.reference.audit import TrainingAccount, unfinished_tokens
 from nemo_rl_rlix.reference.device import LogicalGpu, LogicalGpuSpec
 from nemo_rl_rlix.reference.grpo import GrpoConfig
 from nemo_rl_rlix.reference.memory import DeviceAccount
 from nemo_rl_rlix.reference.task import Workload, make_task
+from nemo_rl_rlix.reference.tokenizer import EOS_ID
 from nemo_rl_rlix.reference.trainer import GrpoTrainer, TrainMetrics
 from nemo_rl_rlix.reference.trajectory import PromptGroup
 from nemo_rl_rlix.reference.warmup import WarmupConfig, base_weights, model_config
@@ -81,6 +83,8 @@ class TrainerWorker:
         if gpu is not None and config.pin:
             gpu.pin()
         self._gpu = gpu
+        self._max_new_tokens = config.workload.max_new_tokens
+        self._account = TrainingAccount()
         task = make_task(config.data, config.workload, config.warmup.seed)
         size = model_config(task, config.workload)
         self._trainer = GrpoTrainer(
@@ -116,7 +120,17 @@ class TrainerWorker:
 
     def train(self, step: int, groups: Sequence[PromptGroup]) -> TrainMetrics:
         """Train one step."""
-        return self._trainer.train(step, groups)
+        metrics = self._trainer.train(step, groups)
+        cut_off = unfinished_tokens(groups, stop_id=EOS_ID, max_new_tokens=self._max_new_tokens)
+        self._account = TrainingAccount(
+            (*self._account.groups, *(group.group_id for group in groups)),
+            self._account.unfinished_tokens + cut_off,
+        )
+        return metrics
+
+    def account(self) -> TrainingAccount:
+        """What this process has trained on."""
+        return self._account
 
     def save(self, directory: Path, extra: bytes) -> Path:
         """Write a checkpoint."""
@@ -168,6 +182,11 @@ class ReferenceTrainer:
         """Train one step on its groups."""
         metrics: TrainMetrics = self._call("train", step, list(groups), timeout_s=timeout_s)
         return metrics
+
+    def account(self, *, timeout_s: float) -> TrainingAccount:
+        """What its process has trained on."""
+        account: TrainingAccount = self._call("account", timeout_s=timeout_s)
+        return account
 
     def save(self, directory: Path, extra: bytes = b"", *, timeout_s: float) -> Path:
         """Write a checkpoint; ``extra`` comes back from :meth:`load`."""

@@ -289,7 +289,7 @@ class FakeShard:
         async def act(life: _Process) -> None:
             life.engine.wake(tags)
 
-        self._call(f"wake_{tags[0]}", act, timeout_s)
+        self._call(f"wake_{'+'.join(tags)}", act, timeout_s)
 
     def receive(self, source: CacheHandle, *, timeout_s: float) -> ReceiveReport:
         async def act(life: _Process) -> ReceiveReport:

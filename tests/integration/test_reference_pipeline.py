@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_gpus_are_never_used_by_two_at_once(
     assert set(spans) == {"0", "1"}
     for uses in spans.values():
         uses.sort()
-        for (_, end, owner, what), (start, _, other, then) in zip(uses, uses[1:], strict=False):
+        for (_, end, owner, what), (start, _, other, then) in pairwise(uses):
             # Other pipelines' spans begin after this one ended; clocks are one host's.
             assert owner == other or start >= end - 0.002, (owner, what, other, then)
 

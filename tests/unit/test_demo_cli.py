@@ -114,6 +114,7 @@ def test_a_failed_run_says_why(app, fake_run, tmp_path):
     [
         (["--steps", "3"], "4"),
         (["--seed", "-1"], "0"),
+        (["--seed", str(2**70)], "2147483647"),
         (["--policy", "forget"], "restart"),
         (["--mode", "half"], "shared"),
         (["--kill-shard", "--mode", "alone"], "--kill-shard=True"),
@@ -143,6 +144,22 @@ def test_the_folder_of_another_run_is_refused(tmp_path, make):
 
 def test_an_empty_folder_is_fine(tmp_path):
     assert DemoOptions.checked(out=tmp_path).out == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("json_path", "notes.json"), ("json_path", "notes.json/x"), ("out", "notes.json/x")],
+)
+def test_results_that_could_not_be_written_are_refused_before_the_run(tmp_path, option, name):
+    (tmp_path / "notes.json").write_text('{"not": "records"}')
+    flag = "--json" if option == "json_path" else "--out"
+    with pytest.raises(SettingError, match=f"^{flag}="):
+        DemoOptions.checked(**{"out": tmp_path / "out", option: tmp_path / name})
+
+
+def test_records_of_an_earlier_run_may_be_there(tmp_path):
+    (tmp_path / "records.json").write_text("[]")
+    DemoOptions.checked(out=tmp_path / "out", json_path=tmp_path / "records.json")
 
 
 def test_records_need_a_file(tmp_path):

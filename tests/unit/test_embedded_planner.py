@@ -427,6 +427,8 @@ def test_gain_of_a_surplus_is_nothing():
         ({"device_mappings": {"actor_infer": (), "actor_train": (0,)}}, "actor_infer"),
         ({"device_mappings": {"actor_infer": (0, 4), "actor_train": (0,)}}, "actor_infer"),
         ({"priority_weight": 0.0}, "priority_weight"),
+        ({"priority_weight": float("nan")}, "priority_weight"),
+        ({"priority_weight": float("inf")}, "priority_weight"),
     ],
 )
 def test_registrations_that_are_refused(changes, setting):

@@ -171,6 +171,72 @@ def test_waiters_of_many_event_loops_are_woken_by_one_change() -> None:
         assert (router.waiting, router.in_flight()) == (0, {0: 50})
 
 
+def test_the_cap_holds_and_the_longest_waiting_comes_first() -> None:
+    """New requests arrive faster than places are given back; none overtakes one that waits."""
+    with routing(SETTINGS.model_copy(update={"max_in_flight_per_shard": 2})) as (router, source):
+        source.active(0, 1)
+        served: list[int] = []
+        most = 0
+
+        async def request(number: int) -> None:
+            nonlocal most
+            rank, _ = await router.acquire()
+            served.append(number)
+            most = max(most, *router.in_flight().values())
+            await asyncio.sleep(0.002)
+            router.release(rank)
+
+        async def main() -> None:
+            requests = []
+            for number in range(60):
+                requests.append(asyncio.create_task(request(number)))
+                await asyncio.sleep(0.0002)
+            await asyncio.gather(*requests)
+
+        in_time(main())
+        assert served == sorted(served)
+        assert most == 2
+        assert (router.waiting, router.in_flight()) == (0, {})
+
+
+def test_a_caller_that_comes_back_at_once_leaves_the_place_to_one_that_waits() -> None:
+    settings = SETTINGS.model_copy(update={"max_in_flight_per_shard": 1})
+    with routing(settings) as (router, source):
+        source.active(0)
+
+        async def main() -> None:
+            rank, _ = await router.acquire()
+            waiting = asyncio.create_task(router.acquire())
+            while not router.waiting:
+                await asyncio.sleep(0.001)
+            router.release(rank)
+            again = asyncio.create_task(router.acquire())
+            done, _ = await asyncio.wait((waiting, again), return_when=asyncio.FIRST_COMPLETED)
+            assert done == {waiting}
+            waiting.result()
+            again.cancel()
+
+        in_time(main())
+
+
+def test_a_place_offered_to_a_waiter_that_goes_is_offered_to_the_next() -> None:
+    settings = SETTINGS.model_copy(update={"max_in_flight_per_shard": 1, "long_poll_s": 30.0})
+    with routing(settings) as (router, source), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_rl_rlix.shards.router.REFUSAL_S", 30.0)
+        source.active(0)
+
+        async def main() -> None:
+            rank, _ = await router.acquire()
+            first, second = (asyncio.create_task(router.acquire()) for _ in range(2))
+            while router.waiting < 2:
+                await asyncio.sleep(0.001)
+            router.release(rank)
+            first.cancel()
+            assert (await asyncio.wait_for(second, 3.0))[0] == rank
+
+        in_time(main())
+
+
 @pytest.mark.parametrize("how", ["cancel", "timeout", "its loop ends"])
 def test_a_waiter_that_goes_leaves_nothing_behind(how: str) -> None:
     with routing() as (router, source):

@@ -80,12 +80,13 @@ def test_the_half_written_last_line_of_a_killed_process_is_left_out(tmp_path, ca
     assert not caplog.records
 
 
-def test_a_bad_line_in_the_middle_is_left_out_with_a_warning(tmp_path, caplog):
+@pytest.mark.parametrize("bad", [b"garbage", b"3", b"\xff", b"[" * 100_000])
+def test_a_bad_line_in_the_middle_is_left_out_with_a_warning(tmp_path, caplog, bad):
     writer = TraceWriter(tmp_path, "a")
     writer.instant("control", "whole")
     writer.close()
     text = writer.path.read_bytes()
-    writer.path.write_bytes(b"garbage\n" + text)
+    writer.path.write_bytes(bad + b"\n" + text)
     assert [event.name for event in read_events(tmp_path)] == ["whole"]
     assert f"{writer.path.name}:1" in caplog.text
 

@@ -178,6 +178,8 @@ class EmbeddedScheduler:
         try:
             return await asyncio.wait_for(waiter, timeout_s)
         except TimeoutError as error:
+            if _was_granted(waiter):
+                return waiter.result()  # both happened in one turn of the loop
             self._books.withdraw(record, cluster)
             raise DeadlineExceededError(
                 f"request of {cluster_id} at {priority.name} (step {global_step})",
@@ -185,10 +187,13 @@ class EmbeddedScheduler:
                 self._blocked.get(f"{cluster_id}@{priority.name}", ""),
             ) from error
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._books.release(record, cluster)
-            else:
+            if not _was_granted(waiter):
                 self._books.withdraw(record, cluster)
+            elif priority is Priority.GENERATION:
+                # The shards serve and hold memory: they are taken, not struck off.
+                self._books.stop_generation(record)
+            else:
+                self._books.release(record, cluster)
             raise
         finally:
             if self._waiters.get((pid, cluster)) is waiter:
@@ -438,3 +443,7 @@ class EmbeddedScheduler:
 
     def _alive(self, record: PipelineRecord) -> None:
         record.last_seen = max(record.last_seen, time.monotonic())
+
+
+def _was_granted(waiter: asyncio.Future[list[int]]) -> bool:
+    return waiter.done() and not waiter.cancelled() and waiter.exception() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -205,8 +206,10 @@ def _check_names(spec: PipelineSpec) -> None:
             f"clusters differ from device_mappings {sorted(spec.device_mappings)}",
             "Name the same clusters in both",
         )
-    if spec.priority_weight <= 0:
-        raise SettingError("priority_weight", spec.priority_weight, "not positive", "Use 1.0")
+    if not 0 < spec.priority_weight < math.inf:  # nan compares as false
+        raise SettingError(
+            "priority_weight", spec.priority_weight, "not a positive number", "Use 1.0"
+        )
 
 
 def _check_mapping(cluster: str, gpus: tuple[int, ...], tp: int, num_gpus: int | None) -> None:
@@ -217,6 +220,9 @@ def _check_mapping(cluster: str, gpus: tuple[int, ...], tp: int, num_gpus: int |
         )
     if len(set(gpus)) != len(gpus):
         raise SettingError(name, gpus, "names a GPU twice", "Name each GPU once")
+    strange = [g for g in gpus if type(g) is not int]
+    if strange:
+        raise SettingError(name, gpus, f"{strange} are not GPU ids", "Use whole numbers")
     outside = [g for g in gpus if g < 0 or (num_gpus is not None and g >= num_gpus)]
     if outside:
         raise SettingError(
