@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_rl_rlix.nemo_rl.worker_actor import worker_actor
 from nemo_rl_rlix.vllm.worker import (
     CONTROL_CONCURRENCY,
     CONTROL_GROUP,
@@ -40,14 +40,14 @@ class RlixVllmAsyncGenerationWorkerImpl(AsyncShardWorkerMixin, VllmAsyncGenerati
     rlix_extension_cls = EXTENSION_CLS
 
 
-@ray.remote(
+@worker_actor(
     runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")}
 )  # pragma: no cover
 class RlixVllmGenerationWorker(RlixVllmGenerationWorkerImpl):
     """Actor of the sync worker."""
 
 
-@ray.remote(
+@worker_actor(
     runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")},
     concurrency_groups={CONTROL_GROUP: CONTROL_CONCURRENCY},
 )  # pragma: no cover
