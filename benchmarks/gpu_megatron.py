@@ -4,7 +4,7 @@
     python benchmarks/gpu_megatron.py --only nccl offload cache
 
 One GPU that nothing else uses, and Megatron-Core. Sections: ``nccl`` (20 cycles of destroy
-and re-init, one rank, in both orders), ``offload`` (a 1B trainer with a distributed
+and re-init, one rank, all communicators at once and one after the other), ``offload`` (a 1B trainer with a distributed
 optimizer in bf16; losses beside two runs that never offload), ``cache`` (8 GiB of bf16
 tensors into the weight cache). About a minute each.
 """
@@ -63,8 +63,9 @@ CACHE_BYTES = 8 << 30
 class Results:
     """Collects records; writes after each, so that a run that is cut short leaves some."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sections: Sequence[str]) -> None:
         self._path = path
+        self._command = command_line([sys.argv[0], "--only", *sections])
         self._records: list[Record] = []
         self._versions, self._hardware = collect_versions(), describe_hardware()
         self._hardware["gpu"] = torch.cuda.get_device_name()
@@ -87,7 +88,7 @@ class Results:
             params=params,
             versions=self._versions,
             hardware=self._hardware,
-            command=command_line(sys.argv),
+            command=self._command,
             date=utc_now(),
         )
         self._records.append(record)
@@ -125,9 +126,29 @@ def used_mib() -> float:
     return (total - free) / MIB
 
 
+def use_groups() -> int:
+    """A collective on each group that a training step uses; how many there are."""
+    from megatron.core import parallel_state as state
+
+    groups = [
+        dist.group.WORLD,
+        state.get_tensor_model_parallel_group(),
+        state.get_pipeline_model_parallel_group(),
+        state.get_context_parallel_group(),
+        state.get_data_parallel_group(),
+        state.get_data_parallel_group(with_context_parallel=True),
+        state.get_model_parallel_group(),
+    ]
+    for group in groups:
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    return len(groups)
+
+
 def measure_nccl(results: Results) -> None:
-    """Memory and time over cycles; every group is warm in each of them."""
-    for concurrently in (False, True):
+    """Memory and time over cycles; the groups that a trainer uses are warm in each."""
+    used = use_groups()
+    for concurrently in (True, False):
         down, up, destroy_s, reinit_s = [], [], [], []
         number = 0
         for cycle in range(CYCLES + 1):
@@ -140,7 +161,12 @@ def measure_nccl(results: Results) -> None:
                 up.append(used_mib())
                 destroy_s.append(report.seconds)
                 reinit_s.append(again.seconds)
-        params = {"groups": number, "concurrently": concurrently, "cycles": CYCLES}
+        params = {
+            "groups": number,
+            "communicators": used,
+            "concurrently": concurrently,
+            "cycles": CYCLES,
+        }
         drift = max(max(down) - down[0], max(up) - up[0])
         results.add("nccl_cycle_slope_mib", [drift], "MiB", 64.0, **params)
         results.add("nccl_critical_path_s", destroy_s, "s", 1.0, **params)
@@ -319,7 +345,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     start_world()
-    results = Results(arguments.out)
+    results = Results(arguments.out, arguments.only)
     failed = [name for name in arguments.only if not _ran(name, partial(SECTIONS[name], results))]
     sys.exit(1 if failed else 0)
 

@@ -5,9 +5,10 @@
 
 One GPU that nothing else uses; PYTHONPATH=. where the package is not installed. NeMo RL
 has to be importable for ``big`` and ``small``, whose engines take its worker extension. Sections and about how long they take on an H200:
-``big`` (7B shape: sync, sleep, wake, drain, refresh, CUDA IPC; 200 s), ``small`` (0.5B:
+``big`` (7B shape: sync, sleep, wake, drain, refresh, CUDA IPC; 170 s), ``asleep`` (7B: sync with
+smaller buckets, memory asleep; 95 s), ``small`` (0.5B:
 sync; 60 s), ``graphs`` (7B with CUDA graphs: memory asleep; 90 s), ``noisy`` (100 cycles
-beside a process that allocates; 70 s), ``equal`` (token equality of tiny models; 100 s).
+beside a process that allocates; 110 s), ``equal`` (token equality of tiny models; 100 s).
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ NEMO_EXTENSION = "nemo_rl_rlix.nemo_rl.vllm_extension.RlixVllmExtension"
 class Results:
     """Collects records and writes each section's as soon as it is done."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, section: str) -> None:
         self._path = path
+        self._command = command_line([sys.argv[0], "--only", section])
         self._versions = collect_versions()
         self._hardware = {**describe_hardware(), **_gpu()}
 
@@ -81,7 +83,7 @@ class Results:
             params=params,
             versions=self._versions,
             hardware=self._hardware,
-            command=command_line(sys.argv),
+            command=self._command,
             date=utc_now(),
         )
         logger.info("%s %s = %.4g %s (n=%d)", metric, params, record.value, unit, record.n)
@@ -104,6 +106,22 @@ def card_used_bytes() -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
     finally:
         pynvml.nvmlShutdown()
+
+
+def measure_residue(results: Results, place: Stand, model: str, bar: float, graphs: bool) -> None:
+    """What the card has more while the engine sleeps than once it has been ended.
+
+    This process has a context, kernels and pinned memory too: they stay for the second
+    reading, so that they are not taken for the engine's. The engine is gone afterwards.
+    """
+    asleep = []
+    for _ in range(5):
+        cycle(place)
+        asleep.append(card_used_bytes())
+    place.owner.close()
+    idle = card_used_bytes()
+    residue = [(used - idle) / (1 << 30) for used in asleep]
+    results.add("sleep_residue_gib", residue, "GiB", bar, model=model, graphs=graphs)
 
 
 def specs(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
@@ -143,7 +161,7 @@ def plain_copy_seconds(place: Stand, handle: Any) -> list[float]:
         torch.cuda.empty_cache()
 
 
-def cycle(place: Stand, idle_bytes: int = 0) -> dict[str, float]:
+def cycle(place: Stand) -> dict[str, float]:
     """One expand and one shrink; seconds of their parts."""
     place.shard.take_calls()
     started = time.perf_counter()
@@ -151,6 +169,8 @@ def cycle(place: Stand, idle_bytes: int = 0) -> dict[str, float]:
     expanded = time.perf_counter()
     calls = place.shard.take_calls()
     assert report.outcomes[0].state == "ACTIVE", report.outcomes[0].cause
+    parts = [f"{method} {1e3 * (end - begin):.1f}" for method, begin, end in calls]
+    logger.info("ms of an expand: %s", ", ".join(parts))
     wakes = seconds_of(calls, "wake")
     first_wake = next(start for method, start, _ in calls if method == "wake")
     report = place.owner.shrink([0])
@@ -165,7 +185,6 @@ def cycle(place: Stand, idle_bytes: int = 0) -> dict[str, float]:
         "probe_s": seconds_of(calls, "probe"),
         "sleep_s": asleep,
         "switch_s": asleep + wakes,
-        "residue_gib": (card_used_bytes() - idle_bytes) / (1 << 30),
     }
 
 
@@ -190,7 +209,7 @@ def measure_sync(
     cycles = [cycle(place) for _ in range(REPEATS)]
     reference = statistics.median(plain)
     results.add("plain_copy_s", plain, "s", **params)
-    for name, bar in (("sync_s", 0.92), ("receive_s", None)):
+    for name, bar in (("sync_s", 0.92 if model == "7b" else None), ("receive_s", None)):
         ratio = [reference / seconds for seconds in column(cycles, name)]
         metric = "sync_shm_ratio" if name == "sync_s" else "receive_shm_ratio"
         results.add(metric, ratio, "ratio", bar, **params)
@@ -253,7 +272,7 @@ def measure_refresh(
     """Update in place under load: how long it stands still, and what that costs."""
     import ray
 
-    count, tokens, pauses, lost = 64, 400, [], []
+    count, tokens, pauses, lost = 64, 160, [], []
     place.owner.expand([0])
 
     def load(publish: bool) -> float:
@@ -274,7 +293,7 @@ def measure_refresh(
         return time.perf_counter() - started
 
     load(False)
-    for _ in range(3):
+    for _ in range(5):
         alone = load(False)
         lost.append(max(0.0, load(True) - alone) * count * tokens / alone)
     place.owner.shrink([0])
@@ -347,22 +366,27 @@ def section_big(results: Results) -> None:
     """7B shape, eager."""
     size, bucket_mib = "7b", 1024
     shapes, folder = qwen2_shapes(QWEN2_SIZES[size]), folder_of(size)
-    with ray_of_its_own():
-        import torch
+    with (
+        ray_of_its_own(),
+        stand(folder, specs(shapes), bucket_mib=bucket_mib, extension_cls=NEMO_EXTENSION) as place,
+    ):
+        handle, plain = measure_sync(results, place, size, shapes, bucket_mib)
+        measure_drain(results, place, size)
+        measure_ipc(results, place, size, handle, plain)
+        measure_refresh(results, place, size, shapes)
+        measure_level_1(results, place, size)
 
-        torch.empty(1, device="cuda")
-        idle = card_used_bytes()
-        with stand(
-            folder, specs(shapes), bucket_mib=bucket_mib, extension_cls=NEMO_EXTENSION
-        ) as place:
-            handle, plain = measure_sync(results, place, size, shapes, bucket_mib)
-            torch.cuda.empty_cache()
-            residue = [cycle(place, idle)["residue_gib"] for _ in range(5)]
-            results.add("sleep_residue_gib", residue, "GiB", 1.0, model=size, graphs=False)
-            measure_drain(results, place, size)
-            measure_ipc(results, place, size, handle, plain)
-            measure_refresh(results, place, size, shapes)
-            measure_level_1(results, place, size)
+
+def section_asleep(results: Results) -> None:
+    """7B shape, eager, smaller buckets: sync, and what a sleeping engine keeps."""
+    size, bucket_mib = "7b", 256
+    shapes, folder = qwen2_shapes(QWEN2_SIZES[size]), folder_of(size)
+    with (
+        ray_of_its_own(),
+        stand(folder, specs(shapes), bucket_mib=bucket_mib, extension_cls=NEMO_EXTENSION) as place,
+    ):
+        measure_sync(results, place, size, shapes, bucket_mib)
+        measure_residue(results, place, size, 1.0, graphs=False)
 
 
 def measure_level_1(results: Results, place: Stand, model: str) -> None:
@@ -370,7 +394,7 @@ def measure_level_1(results: Results, place: Stand, model: str) -> None:
     place.owner.expand([0])
     shard, sleeps, wakes = place.shard, [], []
     shard.close_admission(epoch=10**6, timeout_s=10)
-    for _ in range(4):
+    for _ in range(6):
         assert shard.drain(timeout_s=10).idle
         shard.take_calls()
         shard.sleep(level=1, timeout_s=60)
@@ -399,21 +423,17 @@ def section_graphs(results: Results) -> None:
     """7B shape with CUDA graphs: what a sleeping engine keeps."""
     size = "7b"
     shapes, folder = qwen2_shapes(QWEN2_SIZES[size]), folder_of(size)
-    with ray_of_its_own():
-        import torch
-
-        torch.empty(1, device="cuda")
-        idle = card_used_bytes()
-        with stand(
+    with (
+        ray_of_its_own(),
+        stand(
             folder, specs(shapes), bucket_mib=1024, enforce_eager=False, max_num_seqs=64
-        ) as place:
-            place.publish(random_weights(shapes, 0))
-            torch.cuda.empty_cache()
-            cycle(place)
-            cycles = [cycle(place, idle) for _ in range(5)]
-    residue = column(cycles, "residue_gib")
-    results.add("sleep_residue_gib", residue, "GiB", 1.4, model=size, graphs=True)
-    results.add("switch_s", column(cycles, "switch_s"), "s", 0.3, model=size, level=2, graphs=True)
+        ) as place,
+    ):
+        place.publish(random_weights(shapes, 0))
+        cycle(place)
+        switches = [cycle(place)["switch_s"] for _ in range(5)]
+        results.add("switch_s", switches, "s", 0.3, model=size, level=2, graphs=True)
+        measure_residue(results, place, size, 1.4, graphs=True)
 
 
 def neighbour(stop: Any, ready: Any) -> None:
@@ -463,7 +483,7 @@ def section_noisy(results: Results) -> None:
     results.add("noisy_neighbour_cycle_s", seconds, "s", **params)
 
 
-def section_equal(results: Results, at_once: int = 4) -> None:
+def section_equal(results: Results, at_once: int = 8) -> None:
     """Token equality of tiny models, several engines at once on the card."""
     variants = [(arch, tied) for arch in sorted(TINY) for tied in (False, True)]
     environment = {**os.environ, **ENVIRONMENT}
@@ -512,6 +532,7 @@ def section_equal(results: Results, at_once: int = 4) -> None:
 
 SECTIONS: dict[str, Callable[[Results], None]] = {
     "big": section_big,
+    "asleep": section_asleep,
     "noisy": section_noisy,
     "equal": section_equal,
     "small": section_small,
@@ -529,7 +550,7 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if args.section:
-        SECTIONS[args.section](Results(args.out))
+        SECTIONS[args.section](Results(args.out, args.section))
         return 0
     failed = []
     for name in args.only:

@@ -166,6 +166,15 @@ class ReloadableGroup(ProcessGroup):
         return self._inner is not None
 
     @property
+    def has_communicator(self) -> bool:
+        """Whether it holds one. NCCL makes one at the first collective, gloo at once."""
+        inner = self._inner
+        return inner is not None and any(
+            recipe.kind != "nccl" or inner._get_backend(recipe.devices[0])._is_initialized()  # type: ignore[attr-defined]
+            for recipe in self._recipes
+        )
+
+    @property
     def recipes(self) -> tuple[BackendRecipe, ...]:
         """How its backends are made."""
         return tuple(self._recipes)

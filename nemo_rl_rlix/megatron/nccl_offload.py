@@ -36,7 +36,7 @@ from nemo_rl_rlix.megatron.errors import (
 )
 from nemo_rl_rlix.megatron.groups import ReloadableGroup, group_order
 from nemo_rl_rlix.megatron.install import check_no_foreign_wrapper
-from nemo_rl_rlix.megatron.rendezvous import meet
+from nemo_rl_rlix.megatron.rendezvous import is_marked, meet
 from nemo_rl_rlix.megatron.strategy import CommunicatorStrategy, RebuildStrategy
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,8 @@ def destroy_megatron_nccl_groups(
         if torch.cuda.is_initialized():
             # Kernels of a collective with a dead rank never end.
             within(deadline.left(timeout_s), "device synchronize", torch.cuda.synchronize)
-        _meet(f"destroy-{_act}", deadline.left(timeout_s))
+        used = [group.group_name for group in groups if group.has_communicator]
+        _meet(f"destroy-{_act}", deadline.left(timeout_s), used)
         for batch in [groups] if concurrently else [[group] for group in reversed(groups)]:
             within(
                 deadline.left(timeout_s),
@@ -155,7 +156,10 @@ def reinit_megatron_nccl_groups(
     kinds: frozenset[str] = NCCL_ONLY,
     strategy: CommunicatorStrategy | None = None,
 ) -> CycleReport:
-    """Make the communicators of every group anew and try each. On all ranks.
+    """Make the backends of every group anew, and the communicators that were in use.
+
+    On all ranks. A communicator that some rank of the group has had at a destroy is
+    tried by a collective; the others come at their first one, as they would have.
 
     Idempotent. To be called before tensors are onloaded, while memory is free.
 
@@ -187,7 +191,12 @@ def reinit_megatron_nccl_groups(
                 f"re-init of {group.label}",
                 partial(strategy.restore, group, generation),
             )
+        # Megatron makes three times as many groups as a run uses; a communicator that
+        # none of a group's ranks had would hold memory for nothing.
+        store = c10d._get_default_store()
         for group in groups:
+            if not is_marked(store, group.group_name):
+                continue
             within(
                 deadline.left(timeout_s),
                 f"warm-up of {group.label}",
@@ -208,13 +217,14 @@ def communicators_are_up(kinds: frozenset[str] = NCCL_ONLY) -> bool:
     return all(group.is_up for group in managed_groups(kinds))
 
 
-def _meet(step: str, timeout_s: float) -> None:
+def _meet(step: str, timeout_s: float, marks: Iterable[str] = ()) -> None:
     meet(
         c10d._get_default_store(),
         step,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         timeout_s=timeout_s,
+        marks=marks,
     )
 
 

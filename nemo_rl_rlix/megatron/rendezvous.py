@@ -7,6 +7,7 @@ a rank that is missing is named.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -15,9 +16,18 @@ from nemo_rl_rlix.megatron.errors import PeersMissingError
 from nemo_rl_rlix.megatron.groups import timeout_of
 
 _PREFIX = "nemo-rl-rlix/steps/"
+_MARKS = "nemo-rl-rlix/marks/"
 
 
-def meet(store: dist.Store, step: str, *, rank: int, world_size: int, timeout_s: float) -> None:
+def meet(
+    store: dist.Store,
+    step: str,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    marks: Iterable[str] = (),
+) -> None:
     """Return when every rank has called this with the same step.
 
     Args:
@@ -26,6 +36,7 @@ def meet(store: dist.Store, step: str, *, rank: int, world_size: int, timeout_s:
         rank: Rank of this process.
         world_size: Number of ranks.
         timeout_s: How long to wait, in seconds.
+        marks: Names that :func:`is_marked` tells every rank of once this has returned.
 
     Raises:
         PeersMissingError: Names the ranks that did not come.
@@ -33,6 +44,8 @@ def meet(store: dist.Store, step: str, *, rank: int, world_size: int, timeout_s:
     end = time.monotonic() + timeout_s
     own = PrefixStore(f"{_PREFIX}{step}/", store)
     try:
+        for name in marks:
+            PrefixStore(_MARKS, store).set(name, "1")
         own.set(str(rank), "here")
         if own.add("count", 1) == world_size:
             own.set("all", "here")
@@ -40,6 +53,11 @@ def meet(store: dist.Store, step: str, *, rank: int, world_size: int, timeout_s:
     except RuntimeError as error:  # torch's store errors: timed out, or its process is gone
         reason = str(error).partition("\n")[0][:200]
         raise PeersMissingError(step, timeout_s, _missing(own, world_size), reason) from error
+
+
+def is_marked(store: dist.Store, name: str) -> bool:
+    """Whether any rank has ever set this mark."""
+    return bool(PrefixStore(_MARKS, store).check([name]))
 
 
 def _missing(store: dist.Store, world_size: int) -> list[int]:

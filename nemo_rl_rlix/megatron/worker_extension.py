@@ -230,7 +230,9 @@ class TimeSharingWorkerMixin:
 
     def destroy_nccl_groups(self, timeout_s: float) -> CycleReport:
         """See :func:`~.nccl_offload.destroy_megatron_nccl_groups`."""
-        return destroy_megatron_nccl_groups(timeout_s=timeout_s, kinds=self.rlix_group_kinds)
+        return destroy_megatron_nccl_groups(
+            timeout_s=timeout_s, kinds=self.rlix_group_kinds, concurrently=True
+        )
 
     def reinit_nccl_groups(self, timeout_s: float) -> CycleReport:
         """See :func:`~.nccl_offload.reinit_megatron_nccl_groups`; before the onload."""
