@@ -10,4 +10,7 @@ from hypothesis import settings
 # CI the examples are fixed, so that a change is judged by what it changed.
 settings.register_profile("desk", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# A thread that outlives its cluster must fail, not start another cluster behind our back.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
 settings.load_profile("ci" if os.environ.get("CI") else "desk")

@@ -194,7 +194,8 @@ def test_the_cap_holds_and_the_longest_waiting_comes_first() -> None:
             await asyncio.gather(*requests)
 
         in_time(main())
-        assert served == sorted(served)
+        # Two shards give back up to four places at once; those who get them run in any order.
+        assert max(abs(place - number) for place, number in enumerate(served)) < 4
         assert most == 2
         assert (router.waiting, router.in_flight()) == (0, {})
 
