@@ -57,7 +57,7 @@ SETUP_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 120.0
 WORKLOADS = {
     "p0": Workload(prompts_per_step=24, median_terms=7.0, terms_sigma=0.6, verifier_median_s=0.03),
-    "p1": Workload(prompts_per_step=12, median_terms=4.0, verifier_median_s=0.8),
+    "p1": Workload(prompts_per_step=8, median_terms=4.0, verifier_median_s=0.8),
 }
 """Both have long-tailed answers. p0's are long and checked at once: it could always use
 another GPU. p1's are short and checked slowly, as by a sandbox: its GPU mostly waits."""

@@ -38,7 +38,7 @@ class DemoOptions(BaseModel):
     data: Path | None = Field(
         None, description="JSON lines of prompts and answers; unset: generated arithmetic."
     )
-    steps: int = Field(28, ge=MIN_STEPS, description="Training steps of each pipeline.")
+    steps: int = Field(32, ge=MIN_STEPS, description="Training steps of each pipeline.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of weights, data and sampling.")
     policy: PreemptedRequests = Field(
         PreemptedRequests.RESUME, description="What happens to preempted requests."
