@@ -171,8 +171,8 @@ def test_waiters_of_many_event_loops_are_woken_by_one_change() -> None:
         assert (router.waiting, router.in_flight()) == (0, {0: 50})
 
 
-def test_the_cap_holds_and_the_longest_waiting_comes_first() -> None:
-    """New requests arrive faster than places are given back; none overtakes one that waits."""
+def test_the_cap_holds_and_nobody_is_passed_by_more_than_the_places_there_are() -> None:
+    """Requests arrive faster than places are given back. Who queues first: the tests below."""
     with routing(SETTINGS.model_copy(update={"max_in_flight_per_shard": 2})) as (router, source):
         source.active(0, 1)
         served: list[int] = []
